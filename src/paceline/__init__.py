@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.cli.showing import show
     from paceline.common.errors import (
         DrafterError,
         InputError,
@@ -32,6 +33,7 @@ __version__ = "0.2.0"
 
 # The module of each public name. It is imported at first use, so `paceline --help` does not import torch.
 _NAMES_BY_MODULE = {
+    "cli.showing": ("show",),
     "core.contracts": ("DRAFTERS", "RULES", "Budget", "Drafter", "Rule"),
     "common.errors": (
         "DrafterError",
@@ -82,6 +84,7 @@ __all__ = [
     "guided",
     "load",
     "load_drafter",
+    "show",
     "speculative_sampling",
     "speculative_step",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 from dataclasses import asdict, fields
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.toys import letters, llama, naive, scripted
+from tests.toys import letters, llama, naive
 
 import paceline
 from paceline.common.errors import InputError, UnsupportedError
@@ -66,6 +65,19 @@ def test_a_shared_target_names_plain_decoding_as_the_remedy(monkeypatch: pytest.
         paceline.SpeculativeDecoder(lm())
 
 
+# ---- the public names
+
+NAMES = """DRAFTERS RULES Budget CustomGenerate Drafter DrafterError Generation InputError LanguageModel LoadError
+    ModelOutputError PacelineError PacelineWarning Piece Rule Sampling SpeculativeDecoder TokenTree UnknownNameError
+    UnsupportedError Verdict contrast guided load load_drafter show speculative_sampling speculative_step"""
+
+
+def test_the_public_names() -> None:
+    assert sorted(paceline.__all__) == sorted(NAMES.split())
+    for name in paceline.__all__:
+        assert getattr(paceline, name).__doc__
+
+
 # ---- how objects print
 
 
@@ -96,47 +108,6 @@ def test_a_stream_prints_how_far_it_is() -> None:
     next(stream)
     assert repr(stream).startswith("Stream(2 prompts, ")
     stream.close()
-
-
-def spans(page: str, kind: str) -> list[str]:
-    return re.findall(rf'<(?:span|del) class="{kind}"[^>]*>(.*?)</(?:span|del)>', page, re.DOTALL)
-
-
-def test_a_notebook_shows_tokens_in_colour() -> None:
-    out = written()
-    page = out._repr_html_()
-    assert out.stats.accepted
-    assert out.stats.drafted > out.stats.accepted
-    accepted, own, rejected = (spans(page, kind) for kind in ("accepted", "own", "rejected"))
-    assert sum(len(each) for each in accepted) == out.stats.accepted  # one character is one token here
-    assert sum(len(each) for each in own) == out.stats.recovered + out.stats.bonus
-    assert sum(len(each) for each in rejected) == out.stats.drafted - out.stats.accepted
-    assert "24 tokens" in page
-
-
-def test_what_a_model_writes_cannot_command_a_notebook() -> None:
-    alphabet = "<>&\"'scriptabdefghjklmnoquvwxyz0123456789"[:40]
-    model = paceline.LanguageModel(scripted([5, 0, 6, 1, 2, 3, 4, 7]), letters(alphabet), name="toy")
-    out = paceline.SpeculativeDecoder(model, None).generate("s", max_new_tokens=7)
-    assert out.text.startswith("<c>&")
-    page = out._repr_html_()
-    assert "&lt;c&gt;&amp;" in page
-    assert "<c>" not in page
-
-
-def test_text_that_a_stop_string_cut_is_not_shown() -> None:
-    whole = written().text
-    stop = whole[10:13]
-    out = written(stop=[stop])
-    shown = "".join("".join(spans(out._repr_html_(), kind)) for kind in ("accepted", "own"))
-    assert sorted(shown) == sorted(out.text)
-
-
-def test_without_a_tokenizer_or_with_beams_there_is_still_a_page() -> None:
-    plain = paceline.SpeculativeDecoder(lm(), None)
-    assert "3 tokens" in plain.generate([1, 2], max_new_tokens=3)._repr_html_()
-    search = paceline.SpeculativeDecoder(lm(text=True), None).generate("ab", max_new_tokens=6, num_beams=3)
-    assert "".join(spans(search._repr_html_(), "own")) == search.text
 
 
 def test_a_generation_is_still_plain_data() -> None:

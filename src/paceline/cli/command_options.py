@@ -125,6 +125,8 @@ class GenerateOptions(WritingOptions, PromptOptions):
     trace: str | None = option(None, "Add the text with its rounds to a trace, for `paceline bench --replay`.", _SHOW,
                                metavar="FILE")  # fmt: skip
 
+    html: Path | None = option(None, "Write a page with the rounds of the text.", _SHOW, metavar="FILE")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compare and self.draft == "none":

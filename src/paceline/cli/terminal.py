@@ -351,3 +351,20 @@ class TokenPrinter:
         known = len(self._tokenizer.decode(context))
         paths = [list(last.rejected)] if last.parents is None else [[token] for token in last.rejected]
         return "|".join(self._tokenizer.decode([*context, *path])[known:] for path in paths if path)
+
+
+def write_result(terminal: Terminal, result: Generation, drafts: bool) -> None:
+    """Write a finished text in the colours of its tokens. drafts: also rejected drafts, before the token in their
+    place."""
+    from paceline.engine.views.token_spans import SpanReader, branches_of
+
+    reader = SpanReader(result, result.tokenizer)
+    spans = reader.rounds()
+    if spans is None:
+        terminal.flow(result.text or " ".join(map(str, result.tokens)), None)
+    for span in spans or ():
+        for depth, token in enumerate(span.tokens):
+            for branch in branches_of(span.entry, depth) if drafts else ():
+                terminal.rejected(reader.drafted(span, depth, branch))
+            terminal.flow(token.text, ACCEPTED if token.kind == "accepted" else OWN)
+    terminal.end()

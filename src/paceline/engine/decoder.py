@@ -153,7 +153,7 @@ class Stream(Iterator[Piece]):
 
 def results_of(rows: list[Row], tokenizer: Any) -> list[Generation]:
     """Return the results of rows that ended, with the tokenizer that shows them in a notebook."""
-    return [row.result().shown_by(tokenizer) for row in rows]
+    return [row.result().shown_by(tokenizer, row.drafter) for row in rows]
 
 
 # ---- The parts of a decoder, from its options
@@ -383,7 +383,9 @@ class SpeculativeDecoder:
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             check_request(self.target, prompt, request)
             rows.append(new_row(self.target, index, prompt, request, self._rule_for(request)))
-        self._drafter_for(rows)  # a prediction that cannot be used is refused before the first round
+        drafter = self._drafter_for(rows)  # refuses a prediction that cannot be used
+        for row in rows:
+            row.drafter = drafter.name
         return rows
 
     def _drafter_for(self, rows: Iterable[Row]) -> Drafter:

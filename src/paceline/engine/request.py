@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from html import escape
-from itertools import groupby
-from typing import Any, ClassVar, Protocol, TypeAlias, TypedDict, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypedDict, TypeVar, Union
 
 import torch
 
@@ -18,7 +16,9 @@ from paceline.common.limits import BEAMS_LIMIT, LARGEST, TYPES, check_number
 from paceline.core.noise import fresh_seed
 from paceline.core.sampling import Constraint, Processor, Sampling
 from paceline.core.trace import Stats, Trace
-from paceline.engine.stopping import Detokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # ---- Requests, settings per prompt, and results
 
@@ -177,25 +177,37 @@ class Generation:
     beams: list[BeamResult] | None = None  # the num_return_sequences best texts of a beam search, this one first
     cached_tokens: int = field(default=0, compare=False)  # tokens of the prompt that were in the KV cache
 
-    _tokenizer: ClassVar[Any] = None  # an attribute and not a field, because it is no part of the result
+    # attributes and not fields, because they are no part of the result
+    tokenizer: ClassVar[Any] = None
+    drafter: ClassVar[str] = ""  # its name
 
-    def shown_by(self, tokenizer: Any) -> Generation:
-        """Return the same object. A notebook shows its tokens as texts of this tokenizer."""
-        self.__dict__["_tokenizer"] = tokenizer
+    def shown_by(self, tokenizer: Any, drafter: str) -> Generation:
+        """Return the same object. The ribbon shows its tokens as texts of this tokenizer, and names this drafter."""
+        self.__dict__.update(tokenizer=tokenizer, drafter=drafter)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def __repr__(self) -> str:
         head = self.text if len(self.text) <= _HEAD else self.text[: _HEAD - 1] + "…"
-        return f"Generation({head!r}, {_summary(self)})"
+        summary = f"{len(self.tokens)} tokens, τ {self.stats.mean_accepted_length:.2f}, {self.finish_reason}"
+        return f"Generation({head!r}, {summary})"
 
     def __str__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        return _as_html(self, self._tokenizer)
+        from paceline.engine.views.ribbon import ribbon
+
+        return ribbon(self)
+
+    def plot(self, plain: Generation | None = None) -> Figure:
+        """Return a chart of matplotlib: the tokens of the text by the time, with one step per round. plain: the same
+        text from plain decoding, as a second stair."""
+        from paceline.engine.views.staircase import figure_of, stairs_of
+
+        return figure_of(stairs_of(self, plain))
 
 
 @dataclass(frozen=True)
@@ -207,69 +219,6 @@ class Piece:
     from_draft: bool
     index: int = 0  # which prompt of the batch
     finish_reason: str | None = None  # on the last piece of a prompt
-
-
-# ---- A result as HTML for notebooks: green are accepted tokens, blue the target's own, red rejected drafts
-
-_COLOURS = {"accepted": "#1a7f37", "own": "#0969da", "rejected": "#cf222e"}
-_CONTEXT = 8  # tokens of the text that a rejected draft is decoded with
-
-
-def _summary(result: Generation) -> str:
-    """Return the number of tokens, τ and the end of a generation, in one line."""
-    stats = result.stats
-    return f"{len(result.tokens)} tokens, τ {stats.mean_accepted_length:.2f}, {result.finish_reason}"
-
-
-def _as_html(result: Generation, tokenizer: Any) -> str:
-    """Return HTML: the text with one colour per kind of token, and one line of numbers. All texts are escaped."""
-    pieces = [piece for piece in _coloured(result, tokenizer) if piece[1]]
-    shown = "".join(
-        _marked(kind, "".join(text for _, text in group)) for kind, group in groupby(pieces, lambda piece: piece[0])
-    )
-    legend = " ".join(f'<span style="color:{colour}">{name}</span>' for name, colour in _COLOURS.items())
-    return (
-        f'<div><pre style="white-space:pre-wrap;margin:0">{shown}</pre>'
-        f"<small>{escape(_summary(result))} · {legend}</small></div>"
-    )
-
-
-def _marked(kind: str, text: str) -> str:
-    tag = "del" if kind == "rejected" else "span"
-    return f'<{tag} class="{kind}" style="color:{_COLOURS[kind]}">{escape(text)}</{tag}>' if text else ""
-
-
-def _coloured(result: Generation, tokenizer: Any) -> list[tuple[str, str]]:
-    """Return (kind, text) in the order of the text. The accepted and own pieces together are `result.text`."""
-    rounds = result.trace.rounds
-    if tokenizer is None or [token for entry in rounds for token in entry.emitted] != list(result.tokens):
-        # no tokenizer, or a beam search, whose rounds belong to several texts
-        return [("own", result.text or " ".join(map(str, result.tokens)))]
-    stream = Detokenizer(tokenizer, result.prompt_tokens)
-    pieces: list[tuple[str, str]] = []
-    written, left = list(result.prompt_tokens), len(result.text)
-    for entry in rounds:
-        kinds = ["accepted"] * len(entry.path) + ["own"] * (entry.own is not None)
-        for kind, token in zip(kinds, entry.emitted, strict=True):
-            if kind == "own":
-                pieces.append(("rejected", _rejected(entry, written, tokenizer)))
-            text = stream.push(token)[:left]  # a stop string may have cut the text
-            left -= len(text)
-            pieces.append((kind, text))
-            written.append(token)
-        if entry.own is None:
-            pieces.append(("rejected", _rejected(entry, written, tokenizer)))
-    tail = result.text[len(result.text) - left :] if left else ""
-    return [*pieces, ("own", tail)]
-
-
-def _rejected(entry: Any, written: list[int], tokenizer: Any) -> str:
-    """Return the rejected tokens of a round as text. Bars separate the branches of a tree."""
-    context = written[-_CONTEXT:]
-    known = len(tokenizer.decode(context))
-    paths = [list(entry.rejected)] if entry.parents is None else [[token] for token in entry.rejected]
-    texts = (str(tokenizer.decode([*context, *path]))[known:] for path in paths if path)
-    return "|".join(texts).replace("\n", "↵")  # a rejected newline does not break the line
 
 
 # ---- From settings to requests

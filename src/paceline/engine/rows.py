@@ -50,6 +50,7 @@ class Row:
     seconds: float = 0.0
     rule: str = ""  # the rule that verifies the drafts
     lossy: bool = False  # whether the rule may change the text
+    drafter: str = ""  # the name of the drafter
     group: BeamGroup | None = None  # its beam search
     owner: str = ""  # whose sequence it is: a KV cache is reused only by the same owner
     client: str = ""  # whose request it is, see `Party`

@@ -12,9 +12,10 @@ from paceline.cli import result_lines
 from paceline.cli.command_options import GenerateOptions, resolve_drafter
 from paceline.cli.decoder_session import fitting, open_decoder, plain_decoder, read_prompt, read_settings
 from paceline.cli.settings import command_from
-from paceline.cli.terminal import ACCEPTED, OWN, Terminal, info, preparing, write_text
+from paceline.cli.terminal import Terminal, info, preparing, write_result, write_text
 from paceline.common.process import interruptible
 from paceline.common.progress import Cancel
+from paceline.common.text_formats import check_writable
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -33,7 +34,7 @@ paceline generate "Name three rivers." --chat --temperature 0.7 --seed 7
 
 paceline generate - --drafter.longest 4 --show-drafts < notes.txt
 
-paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare
+paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare --html page.html
 
 [bold]Colours[/bold] [green]accepted draft[/green], [blue]the target's[/blue], [red strike]rejected draft[/red strike].
 
@@ -45,6 +46,8 @@ paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare
 def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     """Continue PROMPT with a target model. Speculation makes it faster and does not change the text."""
     settings, prompt = read_settings(options), read_prompt(options)
+    if options.html is not None:
+        check_writable(options.html, "The page")
     decoder = open_decoder(options, settings)
     info(result_lines.beginning(decoder, settings))
     if options.compare:
@@ -54,6 +57,7 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     result = _write(decoder, prompt, settings, options)
     if recording is not None:
         recording.add(result)
+    _write_page(decoder, settings, options, result)
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -72,6 +76,23 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], o
             terminal.write(line + "\n")
     info(result_lines.summary(result, speculates=decoder.speculates))
     return result
+
+
+def _write_page(
+    decoder: SpeculativeDecoder,
+    settings: dict[str, Any],
+    options: GenerateOptions,
+    result: Generation,
+    plain: Generation | None = None,
+) -> None:
+    """Write the page of --html, if it was asked for."""
+    if options.html is None:
+        return
+    from paceline.engine.views.result_page import page_of, write_page
+
+    about, used = result_lines.beginning(decoder, settings), result_lines.settings_of(decoder, settings)
+    write_page(options.html, page_of(result, about, used, plain))
+    info(f"wrote {options.html}")
 
 
 # ---- --compare: plain and speculative decoding of the same prompt and seed, in turns
@@ -124,7 +145,8 @@ def _compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any],
         content = _as_dict(*sides, divergence, decoder.target.tokenizer)
         result_lines.print_json({**content, "settings": result_lines.settings_of(decoder, settings)})
     else:
-        _print(*sides, divergence, decoder, options.repeats)
+        _print(*sides, divergence, decoder, options)
+    _write_page(decoder, settings, options, sides[1].result, sides[0].result)
 
 
 def _in_turns(
@@ -181,36 +203,23 @@ def _as_dict(plain: Side, speculative: Side, divergence: Divergence | None, toke
 
 
 def _print(
-    plain: Side, speculative: Side, divergence: Divergence | None, decoder: SpeculativeDecoder, repeats: int
+    plain: Side,
+    speculative: Side,
+    divergence: Divergence | None,
+    decoder: SpeculativeDecoder,
+    options: GenerateOptions,
 ) -> None:
     terminal = Terminal()
-    tokenizer = decoder.target.tokenizer
     if divergence is None:
-        _text(terminal, speculative.result, tokenizer)
+        write_result(terminal, speculative.result, options.show_drafts)
         terminal.write("\nidentical text\n")
     else:
         for side in (plain, speculative):
             terminal.write(f"[{side.name}]\n")
-            _text(terminal, side.result, tokenizer)
+            write_result(terminal, side.result, options.show_drafts)
         terminal.write(f"\nthe texts differ {_explain(divergence, decoder)}\n")
     terminal.write("\n" + _table(plain, speculative))
-    terminal.write(f"\n{_verdict(plain, speculative, repeats)}\n")
-
-
-def _text(terminal: Terminal, result: Generation, tokenizer: Any) -> None:
-    """Write the text in the colours of its tokens, decoded like a stream."""
-    if tokenizer is None:
-        terminal.write(" ".join(str(token) for token in result.tokens))
-    else:
-        from paceline.engine.stopping import Detokenizer
-
-        written, left = Detokenizer(tokenizer, result.prompt_tokens), result.text
-        for token, from_draft in zip(result.tokens, result.trace.from_draft, strict=True):
-            piece = written.push(token)[: len(left)]
-            terminal.write(piece, ACCEPTED if from_draft else OWN)
-            left = left[len(piece) :]
-        terminal.write(left, OWN)
-    terminal.end()
+    terminal.write(f"\n{_verdict(plain, speculative, options.repeats)}\n")
 
 
 def _table(plain: Side, speculative: Side) -> str:

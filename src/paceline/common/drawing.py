@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from paceline.common.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 HOW_TO_GET = "Charts need matplotlib: pip install 'paceline[bench]'."
 INK, DIM = "#010203", "#818283"  # in an SVG the first becomes the colour of the page's text
@@ -22,7 +26,7 @@ def check_drawing() -> None:
         raise UnsupportedError(HOW_TO_GET)
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     """Return a figure and its axes. The figure has its own Agg canvas: no window, no global state. A notebook shows it
     once, with or without pyplot."""
     check_drawing()
@@ -40,7 +44,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def finish_axes(axes: Any, title: str, x: str, y: str, grid: str = "y") -> None:
+def finish_axes(axes: Axes, title: str, x: str, y: str, grid: Literal["x", "y"] = "y") -> None:
     """Set the title and the labels, and draw the frame and the grid."""
     axes.set_title(escape_label(title), color=INK, fontsize=13)
     axes.set_xlabel(escape_label(x), color=INK)

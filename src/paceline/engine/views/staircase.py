@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.common.drawing import escape_label, finish_axes, new_figure
 from paceline.common.errors import InputError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from paceline.engine.request import Generation
 
 _COLOURS, _DASHES = ("#009e73", "#0072b2"), ("-", "--")
@@ -53,7 +55,7 @@ def _stair(result: Generation) -> Stair:
     return Stair(name, times, list(accumulate(len(entry.emitted) for entry in result.trace.rounds)))
 
 
-def figure_of(stairs: list[Stair]) -> Any:
+def figure_of(stairs: list[Stair]) -> Figure:
     """Return a figure of matplotlib."""
     figure, axes = new_figure(7.0, 3.6)
     for stair, colour, dash in zip(stairs, _COLOURS, _DASHES, strict=False):

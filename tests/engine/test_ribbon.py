@@ -161,12 +161,12 @@ def test_details_name_the_drafter_the_time_and_what_was_rejected() -> None:
     assert "Rejected: de; the target wrote f." in first
     assert "20.0 ms · toy-drafter" in second
     assert "The whole draft was accepted, then the target wrote i." in second
-    assert third == "Round 3 of 3 · 30.0 ms · toy-drafter"
+    assert third == "Round 3 of 3 · nothing was drafted · 30.0 ms · toy-drafter"
 
 
 def test_the_drafter_has_its_name() -> None:
     assert "· prompt-lookup" in details(rounds(written())[0])
-    assert details(rounds(written(None))[0]).endswith("· no drafter")
+    assert re.fullmatch(r"Round 1 of 24 · nothing was drafted · [\d.]+ ms", details(rounds(written(None))[0]))
     model = paceline.LanguageModel(llama(), letters(), name="toy")
     guessed = paceline.SpeculativeDecoder(model).generate("abc", prediction="abc abc", max_new_tokens=4)
     assert guessed.drafter == "prediction"
@@ -218,7 +218,7 @@ def test_the_likeliest_tokens_of_the_target_are_shown() -> None:
     entries = [TokenLogprob(2, -9.0, log(0.5), (), top), TokenLogprob(5, -9.0, float("-inf"))]
     (found,) = rounds(made([Round((2,), None, (0,), 5, True)], logprobs=entries))
     lines = [each.text() for each in found.all("span", "w")]
-    assert lines == ["c from 50.0% c · 20.0% d · 10.0% e · 8.0% f · 6.0% g", "f from 0.0% f"]
+    assert lines == ["c · likeliest 50.0% c · 20.0% d · 10.0% e · 8.0% f · 6.0% g", "f · likeliest 0.0% f"]
 
 
 def test_the_first_space_of_a_token_is_visible_in_details() -> None:

@@ -107,10 +107,11 @@ class _Ribbon:
     def _details(self, span: RoundSpan) -> Iterator[str]:
         entry = span.entry
         parts = [f"Round {span.number} of {self._count}"]
-        parts += [f"{len(entry.path)} of {len(entry.drafted)} drafted tokens accepted"] if entry.drafted else []
+        counts = f"{len(entry.path)} of {len(entry.drafted)} drafted tokens accepted"
+        parts.append(counts if entry.drafted else "nothing was drafted")
         parts += [f"{span.seconds * 1000:.1f} ms"] if span.seconds is not None else []
         parts += [f"{entry.asked * 1000:.1f} ms of them for models that draft"] if entry.asked else []
-        drafter = "no drafter" if self._drafter == "none" else self._drafter
+        drafter = "" if self._drafter == "none" else self._drafter
         parts += filter(None, [": ".join(filter(None, (drafter, entry.why)))])
         yield escape(" · ".join(parts))
         if entry.drafted:
@@ -156,7 +157,7 @@ class _Ribbon:
         top = entry.top_processed[:_LIKELIEST] or ((entry.token, entry.processed),)
         shares = " · ".join(f"{math.exp(value):.1%} {self._alone(other)}" for other, value in top)
         tag = _TAGS[token.kind]
-        return f'<span class="w"><{tag}>{self._alone(token.token)}</{tag}> from {shares}</span>'
+        return f'<span class="w"><{tag}>{self._alone(token.token)}</{tag}> · likeliest {shares}</span>'
 
 
 def _line(text: str, most: int = _GHOST) -> str:
@@ -178,7 +179,7 @@ def _rest(spans: Sequence[RoundSpan]) -> str:
 
 
 def _pointed(spans: Iterable[RoundSpan], result: Generation) -> str:
-    """Return CSS that marks the line of the token that has the pointer, if there are log-probabilities."""
+    """Return CSS for log-probabilities, if there are any: more room, and the line of the token under the pointer."""
     most = max((len(span.tokens) for span in spans), default=0) if result.logprobs else 0
     pairs = (f".plr .r:has(>:nth-child({at}):hover) .w:nth-of-type({at})" for at in range(1, most + 1))
-    return f"{','.join(pairs)}{{font-weight:600}}" if most else ""
+    return f"{','.join(pairs)}{{font-weight:600}}.plr .p,.plr .d{{height:10em}}" if most else ""

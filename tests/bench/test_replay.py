@@ -25,6 +25,7 @@ from paceline.drafters.resolve import replay_needs
 from paceline.models.language_model import LanguageModel
 from paceline.rules.match import Match
 from tests import toys
+from tests.selection import covering
 
 BEGINNINGS = ([3, 1, 4, 1, 5], [7, 8, 7])
 TOKENS = 30
@@ -130,8 +131,7 @@ HOST = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("entry", HOST, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(("entry", "settings"), covering(HOST, SETTINGS), ids=lambda each: getattr(each, "name", each))
 def test_a_replay_is_the_real_run_round_for_round(
     entry: RunSpec, settings: str, target: LanguageModel, plain: dict[str, TraceFile]
 ) -> None:

@@ -122,7 +122,7 @@ def test_greedy_is_a_point_mass(name: str, drawn: Drawn, parents: list[int]) -> 
         check_rule(RULES[name](), drawn, parents, chain=not branches, temperature=0.0)
 
 
-@pytest.mark.parametrize("likeness", [0.2, 0.8])
+@pytest.mark.parametrize("likeness", [0.2, pytest.param(0.8, marks=pytest.mark.nightly)])
 def test_who_accepts_more(likeness: float) -> None:
     """What the rules are chosen for. On a chain `traversal` is `block`, also when it is written down as a tree."""
     chain, two = [-1, 0, 1], [-1, -1, 0, 1]

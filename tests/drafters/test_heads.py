@@ -104,8 +104,7 @@ def narrow() -> LanguageModel:
 
 
 @pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
-@pytest.mark.parametrize("tree", ["chain", "levels", "best-first", "static"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "tree"), covering(HEADS, ["chain", "levels", "best-first", "static"]))
 def test_heads_in_int8_are_believed(name: str, tree: str) -> None:
     """The text is plain decoding's, greedy and sampled, and what was learnt is still there after rounding."""
     head = copy.deepcopy(FITTED[name]())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from tests.toys import letters, llama
 from torch import Tensor
 from transformers import (
@@ -91,8 +92,7 @@ def request(name: str) -> dict[str, Any]:
     return {"do_sample": False, "max_new_tokens": 14, "pad_token_id": 0, **REQUESTS[name]}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(("name", "draft"), covering(REQUESTS, DRAFTS))
 def test_greedy_is_what_generate_gives(name: str, draft: str) -> None:
     wanted = model().generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **request(name))
     got = model().generate(
@@ -102,8 +102,9 @@ def test_greedy_is_what_generate_gives(name: str, draft: str) -> None:
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", [name for name in REQUESTS if name != "watermark"])
+@pytest.mark.parametrize(
+    ("name", "draft"), covering([name for name in REQUESTS if name != "watermark"], reversed(DRAFTS))
+)
 def test_left_padded_batches_are_what_generate_gives(name: str, draft: str) -> None:
     """Every row ends by itself and is padded to the longest, and processors see the padding as they do there."""
     wanted = model().generate(BATCH, attention_mask=MASK, **request(name))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from tests.toys import fingerprint
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
@@ -76,8 +77,7 @@ def test_a_script_goes_once_through_the_vocabulary() -> None:
     assert not torch.equal(Script.written(50, [3, 49], 2).after, script.after)
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2:layers=2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), covering(["tiny", "gpt2:layers=2"], ["float32", "bfloat16"]))
 def test_everybody_writes_the_script(name: str, dtype: str) -> None:
     """In a type too coarse for equal texts otherwise: plain, drafted, sampled, in a batch, and by transformers."""
     target, draft, script = pair(0.7, name=name, dtype=dtype)

@@ -60,6 +60,8 @@ class Trace:
     # seconds from the end of the round before to the end of each round, for the whole batch, without the time of the
     # caller. A beam search has none.
     seconds: list[float] = field(default_factory=list, compare=False)
+    # of these seconds, those of the draft and those of the forward pass; None where the host does not wait for them
+    parts: list[tuple[float, float] | None] = field(default_factory=list, compare=False)
 
     @property
     def from_draft(self) -> list[bool]:

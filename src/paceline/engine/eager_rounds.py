@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,7 @@ class RoundOutput:
     reading: Reading
     choice: Choice
     follows: bool = True  # whether the drafter followed rows that changed places
+    forward_seconds: float = 0.0  # of the forward pass, as the host sees it
 
     def of(self, tree: TokenTree) -> RoundOutput:
         """Return the result for `tree`, which is the draft without its padding."""
@@ -55,6 +57,7 @@ class PendingRound:
     reasons: Sequence[str] = ()
     model_seconds: float = 0.0
     logprobs: list[list[TokenLogprob]] | None = field(default=None, kw_only=True)
+    parts: tuple[float, float] | None = field(default=None, kw_only=True)  # see `Trace.parts`
 
     def read(self) -> list[list[int]]:
         """Return one line of tokens per row: the only read of a round on the host."""
@@ -82,14 +85,20 @@ class EagerRounds:
         tree = self.drafter.propose(rows, budget, self.limits)
         output = forward_and_verify(self.reader, self.limits.rule, rows, tree, rows.to_read, self.drafter)
         rows.to_read = 1
-        return keep_and_write(self.drafter, rows, output, budget)
+        pending = keep_and_write(self.drafter, rows, output, budget)
+        drafting = self.drafter.take_seconds()
+        if rows.device.type == "cpu":
+            pending.parts = drafting, output.forward_seconds
+        return pending
 
 
 def forward_and_verify(
     reader: Reader, rule: Rule, rows: Rows | StaticRows, tree: TokenTree, width: int, drafter: DrafterCalls
 ) -> RoundOutput:
     """Run the target over the last `width` tokens and the draft, verify, and keep the accepted path in the KV cache."""
+    began = time.perf_counter()
     reading = reader.extend(rows, width, tree.tokens, tree.parents)
+    seconds = time.perf_counter() - began
     choice = choice_after(rows, tree)
     verdict, follows = rule.verify(tree, reading.logits, choice), True
     if verdict.source is not None:  # beam search: from here on, each row is a copy of its source
@@ -100,7 +109,7 @@ def forward_and_verify(
             index = torch.tensor(verdict.source, device=rows.device)
             reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
     reader.keep(rows, verdict.path)
-    return RoundOutput(tree, verdict, reading, choice, follows)
+    return RoundOutput(tree, verdict, reading, choice, follows, seconds)
 
 
 def keep_and_write(

@@ -100,6 +100,7 @@ class Loop:
             for row, committed in zip(rows.live, events, strict=True):
                 if committed:
                     row.trace.seconds.append(seconds)
+                    row.trace.parts.append(pending.parts)
         self._events += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and not self.slots.keep_idle(ended):

@@ -45,6 +45,8 @@ class Party:
     number: int = 0  # order of arrival
     began: float = 0.0  # when the first piece of its prompt was read
     joined: float = 0.0  # when its first round could begin
+    # the pieces of its prompt that were read: tokens, when the pass began, and its seconds
+    pieces: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -304,7 +306,9 @@ class Scheduler:
                 scores(start, result.logits)
             reading.taps += reader.prompt_taps
             reading.at = stop
-            self._pace.add(start, stop - start, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            reading.party.pieces.append((stop - start, began, seconds))
+            self._pace.add(start, stop - start, seconds)
         if reading.at == reading.end:
             self._join(reading)
 

@@ -171,7 +171,7 @@ def test_the_openapi_document_lists_the_endpoints(server: Running) -> None:
         ({"prompt": "a", "stream": True, "stream_options": {"no": 1}}, "stream_options", "unknown_parameter"),
         ({"prompt": "a", "seed": 2**80}, "seed", "invalid_value"),
         ({"prompt": "a", "model": "other"}, "model", "model_not_found"),
-        ({"prompt": "a", "speculative_config": {"method": "x"}}, "speculative_config", "missing_parameter"),
+        ({"prompt": "a", "speculative_config": {"method": "x"}}, "speculative_config", "unsupported_parameter"),
         ({"prompt": ""}, "prompt", "invalid_value"),
         ({"prompt": []}, "prompt", "invalid_value"),
         ({"prompt": [10**6]}, "prompt", "invalid_value"),

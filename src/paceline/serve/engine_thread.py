@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,6 +50,7 @@ class _Sequence:
     submitted: float
     tokens: int = 0
     rounds: int = 0
+    pieces: int = 0
     from_draft: list[bool] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     scores: list[TokenLogprob | None] | None = None
@@ -71,8 +73,10 @@ class EngineThread:
         max_queued: int,
         deliver: Deliver,
         default_temperature: float = 1.0,
+        turns: AbstractContextManager[None] | None = None,
     ) -> None:
-        """deliver: called in the engine thread after every round, with the updates of the sequences."""
+        """deliver: called in the engine thread after every round, with the updates of the sequences. turns: held while
+        the model runs; engines on the same cores share it."""
         lm = decoder.target
         if not 1 <= slots <= 1024:
             raise InputError(f"The number of slots must be from 1 to 1024, got {slots}.")
@@ -83,6 +87,7 @@ class EngineThread:
         self._lm = copy.copy(lm)  # a tokenizer is not safe in two threads: the engine has its own
         self._lm.tokenizer, self._lm.context = copy.deepcopy(lm.tokenizer), length
         self._default_temperature = default_temperature
+        self._turns = nullcontext() if turns is None else turns
         self._wake = threading.Condition()
         self._inbox: list[tuple[Job, float]] = []
         self._taken: list[tuple[Job, float]] = []  # from the inbox, while their sequences are made
@@ -181,7 +186,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with claimed(self._decoder.drafter):
-                self._begin()
+                with self._turns:
+                    self._begin()
                 self._ready.set()
                 while self._wait_for_work():
                     failure = self._try_turn()
@@ -224,6 +230,8 @@ class EngineThread:
             speculates=decoder.speculates,
             takes_prediction=takes_prediction(decoder.drafter),
             default_temperature=self._default_temperature,
+            gamma=decoder.gamma if decoder.speculates else 0,
+            keeps_text=decoder.rule.exact == "text",
             reserves=self._scheduler.kept is not None,
         )
 
@@ -291,7 +299,8 @@ class EngineThread:
 
     def _turn(self) -> None:
         """Run one round, and deliver its updates."""
-        events = self._scheduler.step()
+        with self._turns:
+            events = self._scheduler.step()
         self._scheduler.loop.rows.failed.clear()
         by_row = {id(sequence.row): sequence for sequence in self._sequences.values()}
         for event in events:
@@ -307,24 +316,25 @@ class EngineThread:
     def _update_of(self, sequence: _Sequence) -> Update | None:
         """Return what is new in a sequence, or None."""
         row, job = sequence.row, sequence.job
-        ended, rounds = row.stopper.stop is not None, row.trace.rounds
+        ended, trace, rounds = row.stopper.stop is not None, row.trace, row.trace.rounds
         has_scores = sequence.scores is not None and not sequence.scores_told and sequence.party.joined > 0
         if not ended and len(rounds) == sequence.rounds and not has_scores:
             return None
+        parts = (rounds, trace.seconds, trace.parts)
         update = Update(
             job.id,
             "".join(sequence.text) + (row.stopper.show() if ended else ""),
             row.tokens[sequence.tokens :],
             sequence.from_draft,
             row.logprobs[sequence.tokens :],
-            [
-                RoundReport(entry, seconds)
-                for entry, seconds in zip(rounds[sequence.rounds :], row.trace.seconds[sequence.rounds :], strict=True)
-            ],
+            [RoundReport(*each) for each in zip(*(part[sequence.rounds :] for part in parts), strict=True)],
             sequence.scores if has_scores else None,
             self._ending(sequence) if ended else None,
+            lengths=[len(text) for text in sequence.text],
+            at=time.perf_counter(),
+            pieces=sequence.party.pieces[sequence.pieces :],
         )
-        sequence.tokens, sequence.rounds = len(row.tokens), len(rounds)
+        sequence.tokens, sequence.rounds, sequence.pieces = len(row.tokens), len(rounds), len(sequence.party.pieces)
         sequence.text, sequence.from_draft = [], []
         sequence.scores_told = sequence.scores_told or has_scores
         if ended:

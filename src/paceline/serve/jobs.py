@@ -31,6 +31,7 @@ class RoundReport:
 
     round: Round
     seconds: float  # of the whole round, for all sequences of the batch
+    parts: tuple[float, float] | None = None  # of these, the seconds of the draft and of the forward pass, if known
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Update:
     rounds: Sequence[RoundReport] = ()
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None  # per prompt token; None for the first one
     ending: Ending | None = None  # on the last update of a job
+    lengths: Sequence[int] = ()  # per token, the characters of `text` that became certain with it
+    at: float = 0.0  # `time.perf_counter()` of the engine
+    pieces: Sequence[tuple[int, float, float]] = ()  # of the prompt: see `Party.pieces`
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class EngineFacts:
     speculates: bool
     takes_prediction: bool
     default_temperature: float
+    gamma: int = 0  # the most tokens that are drafted in a row
+    keeps_text: bool = True  # the same seed gives the same text with every drafter
     reserves: bool = True  # the slots are reserved, and keep prefixes; not those of a target with two branches
 
 

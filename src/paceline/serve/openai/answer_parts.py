@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import string
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,6 +76,7 @@ class Answer:
             for at in range(len(plan.jobs))
         ]
         self.options = getattr(plan.body, "stream_options", None)
+        self._named: set[int] = set()  # tokens whose texts the rounds of this stream have shown
 
     # ---- for the endpoints
 
@@ -106,12 +108,31 @@ class Answer:
             chunk: dict[str, Any] = {**self.head(self.chunk_kind), "choices": [delta],
                                      **self.root(choice, update, at == 0)}  # fmt: skip
             if last and self._wants("include_rounds") and update.rounds:
-                chunk["rounds"] = [round_of(report) for report in update.rounds]
+                chunk |= self._rounds(choice, update)
             if with_usage:
                 chunk["usage"] = self.usage() if last and continuous else usage
             if last and choice.ending is not None and self.ended and not with_usage:
                 chunk["metrics"] = self.metrics()
             yield chunk
+
+    def _rounds(self, choice: Choice, update: Update) -> dict[str, Any]:
+        """Return the rounds of an update, and the texts of the tokens in them that no earlier chunk had."""
+        at = len(choice.tokens) - len(update.tokens)
+        position = len(self.plan.prompts[choice.prompt]) + at
+        most = getattr(self.options, "include_likeliest", None)
+        first, rounds = 0, list[dict[str, Any]]()
+        for report in update.rounds:
+            after = first + len(report.round.emitted)
+            shown = {**round_of(report), "position": position + first, "lengths": list(update.lengths[first:after])}
+            if most is not None:
+                shown["likeliest"] = [_likeliest(each, most) for each in update.logprobs[first:after]]
+            rounds.append(shown)
+            first = after
+        named = {token for each in update.rounds for token in (*each.round.drafted, *each.round.emitted)}
+        named |= {token for each in rounds for entries in each.get("likeliest", ()) for token, _ in entries}
+        new = sorted(named - self._named)
+        self._named |= named
+        return {"rounds": rounds, "texts": {str(token): self.texts.token(token) for token in new}}
 
     # ---- a stream as events
 
@@ -279,9 +300,16 @@ def finite(value: float) -> float:
     return max(value, _LEAST_LOGPROB)
 
 
+def _likeliest(entry: TokenLogprob, most: int) -> list[tuple[int, float]]:
+    """Return the likeliest tokens and the chosen one with their probabilities after all controls, rounded."""
+    found = dict([*entry.top_processed[:most], (entry.token, entry.processed)])
+    return [(token, float(f"{math.exp(value):.4g}")) for token, value in found.items()]
+
+
 def round_of(report: RoundReport) -> dict[str, Any]:
     """Return a round as a client sees it."""
     entry = report.round
+    parts = dict(zip(("draft", "forward"), (round(part, 7) for part in report.parts or ()), strict=False))
     return {
         "drafted": list(entry.drafted),
         "parents": None if entry.parents is None else list(entry.parents),
@@ -290,6 +318,7 @@ def round_of(report: RoundReport) -> dict[str, Any]:
         "bonus": entry.bonus,
         "why": entry.why,
         "seconds": report.seconds,
+        "parts": parts or None,
     }
 
 

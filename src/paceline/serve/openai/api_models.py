@@ -47,7 +47,14 @@ class StreamOptions(Strict):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_rounds: bool | None = False
+    include_likeliest: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     include_obfuscation: bool | None = False
+
+    @model_validator(mode="after")
+    def _likeliest_need_rounds(self) -> StreamOptions:
+        if self.include_likeliest is not None and not self.include_rounds:
+            raise ValueError("stream_options.include_likeliest needs include_rounds=true")
+        return self
 
 
 class ResponseStreamOptions(Strict):
@@ -88,7 +95,19 @@ class StructuredOutputs(Strict):
 
 
 class SpeculativeConfig(Strict):
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=4096)]
+    """vLLM's keys. `method` and `tree` choose another drafter of the playground."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=4096)] | None = None
+    method: Annotated[str, Field(max_length=64)] | None = None
+    tree: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_number_or_a_method(self) -> SpeculativeConfig:
+        if self.num_speculative_tokens is None and self.method is None:
+            raise ValueError("speculative_config needs num_speculative_tokens or method")
+        if self.tree is not None and self.method is None:
+            raise ValueError("speculative_config.tree needs method")
+        return self
 
 
 class TextPart(Strict):

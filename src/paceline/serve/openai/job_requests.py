@@ -20,6 +20,7 @@ from paceline.serve.openai.tool_calls import CallFormat, format_of, schema_for
 from paceline.serve.token_texts import TokenTexts
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+USUAL_DRAFT = 5  # tokens that a drafter named by a request drafts in a row, without a number
 _SAME_NAMES = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
                "repetition_penalty", "ignore_eos", "seed")  # fmt: skip
 
@@ -78,7 +79,7 @@ class Planner:
         if body.echo and body.logprobs is not None:
             reported = max(body.logprobs, reported or 0)
         score_only = body.max_tokens == 0
-        settings = self._settings(body) | {"logprobs": body.logprobs}
+        settings = self._settings(body) | {"logprobs": _likeliest(body, body.logprobs)}
         jobs = []
         for at, prompt in enumerate(prompts):
             limit = self._limit(prompt, body.max_tokens, _COMPLETION_TOKENS, score_only)
@@ -92,7 +93,7 @@ class Planner:
         text = write_prompt(body.messages, body, self._texts, tools is not None)
         prompt = self._encode(text, bool(body.add_special_tokens))
         settings = self._settings(body, schema)
-        settings["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        settings["logprobs"] = _likeliest(body, (body.top_logprobs or 0) if body.logprobs else None)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         if asked == 0:
             raise InputError("max_tokens=0 writes nothing; give at least 1.")
@@ -147,7 +148,7 @@ class Planner:
         if body.logit_bias:
             settings["logit_bias"] = {self._token("logit_bias", token): x for token, x in body.logit_bias.items()}
         if body.prediction is not None:
-            settings["prediction"] = self._prediction(body.prediction.content)
+            settings["prediction"] = self._prediction(body.prediction.content, method_of(body) is not None)
         settings["max_draft"] = _max_draft(body.speculative_config)
         return settings | self._constraint(body, schema)
 
@@ -162,8 +163,9 @@ class Planner:
             raise ApiError(400, told, name, "invalid_value")
         return int(text)
 
-    def _prediction(self, content: Any) -> list[int] | None:
-        if not self._facts.takes_prediction:
+    def _prediction(self, content: Any, chosen: bool) -> list[int] | None:
+        """Return the tokens of a prediction. chosen: the request names its drafter, and the engine checks that one."""
+        if not self._facts.takes_prediction and not chosen:
             told = f"The drafter '{self._facts.drafter}' of this server takes no prediction; leave it out."
             raise ApiError(400, told, "prediction", "unsupported_parameter")
         text = content if isinstance(content, str) else "".join(part.text for part in content)
@@ -225,13 +227,28 @@ class Planner:
         return jobs
 
 
+def method_of(body: Any) -> str | None:
+    """Return the drafter that the request names, if it names one."""
+    method: str | None = getattr(body.speculative_config, "method", None)
+    return method
+
+
 def _max_draft(config: Any) -> int | None:
     """Return the number of tokens to draft in a row: 0 for false, None for the server's own number."""
     if config is None or config is True:
         return None
     if config is False:
         return 0
-    return config if isinstance(config, int) else int(config.num_speculative_tokens)
+    if isinstance(config, int):
+        return config
+    asked: int | None = config.num_speculative_tokens
+    return USUAL_DRAFT if asked is None else asked  # only with a method: an engine that can draft more
+
+
+def _likeliest(body: Sampled, asked: int | None) -> int | None:
+    """Return how many of the likeliest tokens the answer needs: for its log-probabilities, or for its rounds."""
+    shown = None if body.stream_options is None else body.stream_options.include_likeliest
+    return asked if shown is None else max(shown, asked or 0)
 
 
 def _constraints(body: Sampled) -> list[tuple[str, str, Any]]:

@@ -15,7 +15,7 @@ from paceline.bench import machine_use as machine
 from paceline.bench.bench_options import PRESETS
 from paceline.bench.peers.peer_names import _PEERS
 from paceline.bench.tasks import SAMPLERS
-from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions, ServeOptions
+from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions, PlaygroundOptions, ServeOptions
 from paceline.cli.commands.bench import BenchCommandOptions
 from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app
@@ -28,11 +28,13 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "audit": AuditOptions,
                              "bench": BenchCommandOptions, "tune": TuneCommandOptions,
-                             "train": TrainOptions, "serve": ServeOptions}  # fmt: skip
+                             "train": TrainOptions, "serve": ServeOptions,
+                             "playground": PlaygroundOptions}  # fmt: skip
 EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: in a call, in the output
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
-# the last three: one is shown as what it means, and keys are not shown
-NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config", "api_key", "against_api_key"}
+# --speculative-config is shown as what it means, and keys are not shown
+KEYS = {"api_key", "against_api_key", "operator_key"}
+NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config", *KEYS}
 APART = ("compare", "trace")  # of `generate`: one goes without the other
 
 

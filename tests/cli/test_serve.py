@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.command_options import PlaygroundOptions
 from paceline.cli.commands.serve import beginning
 from paceline.core.costs import Costs
 from paceline.serve.service import Service
@@ -184,3 +185,63 @@ def test_without_the_packages_one_sentence_says_what_to_install(monkeypatch: pyt
     monkeypatch.setattr("paceline.serve.server_options.find_spec", lambda name: None)
     told = refusal("serve", code=3)
     assert "pip install 'paceline[serve]'" in told
+
+
+# ---- the playground
+
+
+def test_the_playground_opens_its_page(
+    target: str, served: list[tuple[Service, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+    monkeypatch.setattr("paceline.cli.commands.playground.bind_sockets", lambda options: [])
+    monkeypatch.setattr("paceline.cli.commands.playground._open", opened.append)
+    result = run("playground", "--target", target, "--draft", "suffix", "--browser")
+    assert result.exit_code == 0, result.output
+    assert opened == ["http://127.0.0.1:1"]
+    ((service, _),) = served
+    assert service.others is not None
+    assert service.what_if is not None
+    assert "the playground: http://127.0.0.1:1/" in result.stderr.splitlines()
+
+
+def test_the_playground_opens_no_browser_if_asked(
+    target: str, served: list[tuple[Service, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cli.commands.playground.bind_sockets", lambda options: [])
+    result = run("playground", "--target", target, "--draft", "suffix", "--no-browser")
+    assert "open http://127.0.0.1:1 in a browser" in result.stderr
+    assert "leave --no-playground out" in refusal("playground", "--target", target, "--no-playground", code=2)
+
+
+def test_the_playground_takes_a_free_port_if_its_port_is_in_use() -> None:
+    from paceline.cli.commands.playground import _bound
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (found,) = _bound(PlaygroundOptions(port=port))
+        assert found.getsockname()[1] not in (0, port)
+        found.close()
+
+
+def test_a_page_that_no_browser_shows_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli.commands.playground import _try_to_open
+
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    _try_to_open("http://127.0.0.1:1")
+    assert "no browser was found; open http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_a_server_can_leave_the_playground_out(target: str, served: list[tuple[Service, dict[str, Any]]]) -> None:
+    result = run("serve", "--target", target, "--draft", "suffix", "--no-playground", "--operator-key", "boss")
+    assert result.exit_code == 0, result.output
+    ((service, given),) = served
+    assert (service.others, service.what_if, given["turns"]) == (None, None, None)
+    assert service.options.operator_key == "boss"
+    assert "the playground" not in result.stderr
+    assert run("serve", "--target", target, "--playground", "--print-config").exit_code == 0
+    assert "operator" in refusal("serve", "--operator-key", " ", code=2)

@@ -146,6 +146,13 @@ class ServeOptions(PairOptions, ServerOptions):
 
 
 @dataclass(frozen=True)
+class PlaygroundOptions(ServeOptions):
+    """The options of `paceline playground`."""
+
+    browser: bool = option(True, "Open the page in a browser.", _SHOW)
+
+
+@dataclass(frozen=True)
 class AuditOptions(PairOptions):
     """The options of `paceline audit`."""
 

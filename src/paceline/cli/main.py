@@ -20,6 +20,8 @@ from paceline.cli.commands.doctor import doctor
 from paceline.cli.commands.export import export
 from paceline.cli.commands.generate import EPILOG, INTERRUPTED, generate
 from paceline.cli.commands.list import list_names
+from paceline.cli.commands.playground import EPILOG as PLAYGROUND_EPILOG
+from paceline.cli.commands.playground import playground
 from paceline.cli.commands.serve import EPILOG as SERVE_EPILOG
 from paceline.cli.commands.serve import serve
 from paceline.cli.commands.train import EPILOG as TRAIN_EPILOG
@@ -90,6 +92,7 @@ app = typer.Typer(
 app.command("generate", cls=SettingsCommand, context_settings=CONTEXT, epilog=EPILOG)(generate)
 app.command("chat", cls=SettingsCommand, context_settings=CONTEXT)(chat)
 app.command("serve", cls=SettingsCommand, context_settings=CONTEXT, epilog=SERVE_EPILOG)(serve)
+app.command("playground", cls=SettingsCommand, context_settings=CONTEXT, epilog=PLAYGROUND_EPILOG)(playground)
 app.command("audit", cls=SettingsCommand, context_settings=CONTEXT, epilog=AUDIT_EPILOG)(audit)
 app.command("bench", cls=SettingsCommand, context_settings=CONTEXT, epilog=BENCH_EPILOG)(bench)
 app.command("tune", cls=SettingsCommand, context_settings=CONTEXT, epilog=TUNE_EPILOG)(tune)

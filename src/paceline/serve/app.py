@@ -34,6 +34,7 @@ from paceline.serve.openai.completions import CompletionAnswer
 from paceline.serve.openai.conversations import write_prompt
 from paceline.serve.openai.job_requests import Plan
 from paceline.serve.openai.response_items import ResponseAnswer, plan_response
+from paceline.serve.playground.page_endpoints import PageEndpoints
 from paceline.serve.service import Service
 from paceline.serve.token_texts import TokenTexts
 
@@ -104,17 +105,18 @@ class _Route(APIRoute):
 
 def make_app(service: Service) -> FastAPI:
     """Return the application: the endpoints, and the middleware that every request passes."""
-
+    options = service.options
     app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.router.route_class = _Route
     _Endpoints(service).add_to(app)
+    if options.playground:
+        PageEndpoints(service).add_to(app)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(PacelineError, on_paceline_error)
-    options = service.options
     app.add_middleware(BodyLimit, most=options.max_body_bytes, seconds=options.body_seconds)
-    app.add_middleware(ApiKeys, keys=options.keys())
+    app.add_middleware(ApiKeys, keys=options.keys(), operator=options.operator_key)
     if options.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origin), allow_methods=["GET", "POST"],
                            allow_headers=["Authorization", "Content-Type", "X-Request-Id", *_SDK_HEADERS],

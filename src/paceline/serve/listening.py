@@ -11,6 +11,10 @@ from paceline.common.errors import InputError
 from paceline.serve.server_options import ServerOptions
 
 
+class PortInUseError(InputError):
+    """Another program listens at the port."""
+
+
 def bind_sockets(options: ServerOptions) -> list[socket.socket]:
     """Return sockets for every address of --host, at one port. They do not listen yet, so a client is refused and does
     not wait."""
@@ -52,7 +56,7 @@ def address_error(options: ServerOptions, error: OSError) -> InputError:
     """Return the error that says why the server cannot listen, and what to do."""
     host, port = options.host, options.port
     if error.errno == errno.EADDRINUSE:
-        return InputError(f"Port {port} of {host} is in use; choose another one with --port, or 0 for a free one.")
+        return PortInUseError(f"Port {port} of {host} is in use; choose another one with --port, or 0 for a free one.")
     if error.errno == errno.EACCES:
         return InputError(f"Port {port} needs rights that this user does not have; choose one from 1024 with --port.")
     return InputError(f"The server cannot listen on {host}, port {port}: {_reason(error)}.")

@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.serve.openai.api_errors import ApiError, JsonResponse, note_error
 
 LOGGER = "paceline.serve"
-_OPEN = ("/health",)
+_OPEN = ("/health", "/")
+_OPEN_FOLDER = "/page/"  # the files of the playground: the page itself asks for the key
 _AT_ONCE = 8  # bodies of the largest size that the server holds
 _LINGER = 2.0  # seconds
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -118,21 +119,28 @@ class RequestLog:
 
 
 class ApiKeys:
-    """Takes only requests with a key, except for `/health`. It compares digests of one length in constant time, and
-    always with all keys. `scope["state"]["owner"]` is the start of the digest."""
+    """Takes only requests with a key, except for `/health` and the page. It compares digests of one length in constant
+    time, and always with all keys. `scope["state"]["owner"]` is the start of the digest, and "operator" says whether
+    the client may see what others do: with the operator's key if there is one, else always."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], operator: str | None = None) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
+        self._operator = None if operator is None else _digest(operator.strip())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or scope["path"] in _OPEN:
+        if scope["type"] != "http" or scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FOLDER):
             await self._app(scope, receive, send)
             return
         scheme, _, key = header(scope, b"authorization").partition(" ")
-        digest = _digest(key.strip())
+        digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        operates = self._operator is None or hmac.compare_digest(digest, self._operator)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        scope.setdefault("state", {})["operator"] = operates
+        if not self._digests:
+            await self._app(scope, receive, send)
+            return
+        if not any(matches) and not (operates and self._operator is not None):
             told = "The API key is wrong or missing; send the header 'Authorization: Bearer KEY'."
             refused = ApiError(401, told, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
             await _refuse(refused, scope, receive, send)

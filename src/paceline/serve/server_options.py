@@ -48,6 +48,10 @@ class ServerOptions(Limited):
     ssl_certfile: Path | None = option(None, "The certificate for HTTPS.", _SECURITY, metavar="FILE")
     ssl_keyfile: Path | None = option(None, "The private key for HTTPS.", _SECURITY, metavar="FILE")
 
+    operator_key: str | None = option(None, "The key of the operator's view; else every client may see it.", _SECURITY,
+                                      metavar="KEY", secret=True)  # fmt: skip
+
+    playground: bool = option(True, "Serve the playground at /, with its other drafters.", _SHOWN)
     metrics_prefix: str = option("paceline", "The first word of the names in /metrics, such as vllm.", _SHOWN,
                                  metavar="WORD")  # fmt: skip
     log_requests: bool = option(True, "Write one line of JSON to stderr for each request.", _SHOWN)
@@ -57,6 +61,8 @@ class ServerOptions(Limited):
         super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise InputError("--ssl-certfile and --ssl-keyfile belong together; give both.")
+        if self.operator_key is not None and not (self.operator_key.strip() and self.operator_key.isascii()):
+            raise InputError("--operator-key is empty or has a character that is not ASCII; give letters and digits.")
         if not self.metrics_prefix.isidentifier() or not self.metrics_prefix.isascii():
             raise InputError(
                 f"--metrics-prefix must be letters, digits and underscores, such as vllm, got {self.metrics_prefix!r}."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -18,21 +18,46 @@ from paceline.serve.jobs import Engine, Job, QueueFullError, Update
 from paceline.serve.mailbox import Mailbox, Ticket
 from paceline.serve.openai.answer_parts import Answer
 from paceline.serve.openai.api_errors import ApiError, JsonResponse, from_paceline
-from paceline.serve.openai.job_requests import Plan, Planner
+from paceline.serve.openai.job_requests import Plan, Planner, method_of
+from paceline.serve.playground.engine_events import EngineEvents
 from paceline.serve.server_metrics import Metrics
 from paceline.serve.server_options import ServerOptions
 from paceline.serve.token_texts import TokenTexts
 
 T = TypeVar("T")
 Deliver = Callable[[list[Update]], None]
+# a text that was written and another drafter -> what that drafter would have given
+WhatIf = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class OtherEngines(Protocol):
+    """The engines of the playground: see `playground.drafter_engines`."""
+
+    methods: list[str]
+
+    def engine_of(self, method: str, tree: bool) -> Engine: ...
+
+    def kv_bytes(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
 
 
 class Service:
-    """The parts that all endpoints share. `make_engine` takes the function to which the engine delivers updates."""
+    """The parts that all endpoints share. `make_engine` takes the function to which the engine delivers updates, and so
+    does `make_others`, for requests that name a drafter."""
 
-    def __init__(self, make_engine: Callable[[Deliver], Engine], tokenizer: Any, options: ServerOptions) -> None:
-        self.options, self.mailbox = options, Mailbox()
+    def __init__(
+        self,
+        make_engine: Callable[[Deliver], Engine],
+        tokenizer: Any,
+        options: ServerOptions,
+        make_others: Callable[[Deliver], OtherEngines] | None = None,
+        what_if: WhatIf | None = None,
+    ) -> None:
+        self.options, self.mailbox, self.what_if = options, Mailbox(), what_if
         self.engine = make_engine(self.mailbox.deliver)
+        self.others = None if make_others is None else make_others(self.mailbox.deliver)
+        self.events = EngineEvents()
         facts = self.engine.facts
         self.names = options.served_model_name or (facts.model,)
         self.texts = TokenTexts(tokenizer, facts.model, facts.vocabulary)
@@ -40,9 +65,12 @@ class Service:
         self.planner = Planner(facts, self.texts.fork(), facts.slots + options.max_queued)
         self.metrics = Metrics(self.engine, options.metrics_prefix, self.names[0])
         self.mailbox.listen(self.metrics.updated)
+        self.mailbox.listen(self.events.updated)
         # `_worker` encodes prompts one by one, so that a long prompt does not block the event loop
         self._planning = 0  # requests whose prompts are being encoded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
+        # `_side` does what may take seconds: it makes engines and replays texts
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="paceline-side")
         self._worker.submit(self.planner.texts.prepare)
         self._worker.submit(self.planner.grammars.prepare)  # an error comes again with the first grammar
 
@@ -50,8 +78,15 @@ class Service:
         """Run work that uses the planner's tokenizer in the worker thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
 
+    async def in_side_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run work that may take seconds and needs no tokenizer, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._side, work, *arguments)
+
     def close(self) -> None:
         self.engine.close()
+        self._side.shutdown(wait=True, cancel_futures=True)
+        if self.others is not None:
+            self.others.close()
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def model(self, asked: str | None) -> str:
@@ -67,9 +102,10 @@ class Service:
         """Submit the jobs of a request, and return the response with their texts."""
         model = self.model(body.model)
         state = http.scope.get("state", {})
-        made = await self._planned(plan, body, model, state.get("owner", ""))
+        engine = await self._engine_of(body)
+        made = await self._planned(plan, body, model, state.get("owner", ""), engine)
         answer = kind(made, self.texts, self.engine.facts.eos)
-        ticket = self.mailbox.open(self.engine, made.jobs)
+        ticket = self.mailbox.open(engine, made.jobs)
         timer = asyncio.get_running_loop().call_later(self.options.request_seconds, ticket.expire)
 
         def finish() -> None:
@@ -79,7 +115,7 @@ class Service:
             self._log(state.get("log", {}), answer)
 
         try:
-            self._submit(made)
+            self._submit(made, engine)
             if body.stream:
                 return EventStream(_events(answer, ticket), ticket.cancel, finish)
             async with cancelled_when_gone(http.receive, ticket.cancel):
@@ -94,20 +130,32 @@ class Service:
             raise error
         return JsonResponse(answer.whole())
 
-    async def _planned(self, plan: Callable[..., Plan], body: Any, model: str, owner: str) -> Plan:
+    async def _engine_of(self, body: Any) -> Engine:
+        """Return the engine of a request: the server's, or that of the drafter which the request names."""
+        method = method_of(body)
+        if method is None:
+            return self.engine
+        if self.others is None:
+            told = "This server has no playground, so speculative_config can name no method; leave it out."
+            raise ApiError(400, told, "speculative_config", "unsupported_parameter")
+        with self._refusals(()):
+            return await self.in_side_thread(self.others.engine_of, method, bool(body.speculative_config.tree))
+
+    async def _planned(self, plan: Callable[..., Plan], body: Any, model: str, owner: str, engine: Engine) -> Plan:
         """Return the plan of a request. A full queue refuses it before time is spent to encode its prompt."""
         with self._refusals(()):
-            self.engine.check_room(self._planning + 1)
+            engine.check_room(self._planning + 1)
         self._planning += 1
         try:
             return await self.in_worker(plan, body, model, owner, secrets.token_hex(16))
         finally:
             self._planning -= 1
 
-    def _submit(self, plan: Plan) -> None:
+    def _submit(self, plan: Plan, engine: Engine) -> None:
         self.metrics.submitted(plan.jobs)
+        self.events.submitted(plan.jobs, engine.facts.drafter)
         with self._refusals(plan.jobs):
-            self.engine.submit(plan.jobs)
+            engine.submit(plan.jobs)
 
     @contextmanager
     def _refusals(self, jobs: Sequence[Job]) -> Iterator[None]:
@@ -116,6 +164,7 @@ class Service:
             yield
         except PacelineError as error:
             self.metrics.refused(jobs, isinstance(error, QueueFullError))
+            self.events.refused(jobs)
             raise from_paceline(error, self.engine.state().draining) from None
 
     def _log(self, line: dict[str, Any], answer: Answer) -> None:

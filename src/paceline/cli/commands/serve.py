@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -40,32 +42,57 @@ curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"pro
 @command_from(ServeOptions, resolve_drafter)
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve a target model to clients of OpenAI's API. The texts do not depend on the load."""
+    check(options)
+    run_server(options, bind_sockets(options))
+
+
+def check(options: ServeOptions) -> None:
+    """Refuse options that cannot work, before a model is loaded."""
     check_packages()
     if options.tp_plan is not None:
         raise InputError("A server is one process, and --tp-plan splits a target over several; leave it out.")
-    keys = options.keys()
+    options.keys()
     check_tls(options)
-    sockets = bind_sockets(options)
+
+
+def run_server(
+    options: ServeOptions, sockets: list[socket.socket], started: Callable[[str], None] = lambda url: None
+) -> None:
+    """Load the models and serve until a signal comes. started: called with the URL."""
     decoder = open_decoder(options, {}, options.max_num_seqs)
     if decoder.target.tokenizer is None:
         raise InputError(f"{decoder.target.name} has no tokenizer, and the server needs one.")
+    from paceline.bench.what_if import what_if
     from paceline.serve.engine_thread import EngineThread
     from paceline.serve.http_server import serve as run
+    from paceline.serve.playground.drafter_engines import DrafterEngines
+    from paceline.serve.playground.turns import Turns
     from paceline.serve.service import Service
 
     length, own = model_length(options, decoder), decoder.target.usual_temperature
-    service = Service(
-        lambda deliver: EngineThread(decoder, slots=options.max_num_seqs, max_model_len=length,
-                                     max_queued=options.max_queued, deliver=deliver,
-                                     default_temperature=_OPENAIS if own is None else own),
-        decoder.target.tokenizer,
-        options,
-    )  # fmt: skip
+
+    def engine(deliver: Any, decoder: SpeculativeDecoder, slots: int) -> EngineThread:
+        return EngineThread(decoder, slots=slots, max_model_len=length, max_queued=options.max_queued, deliver=deliver,
+                            default_temperature=_OPENAIS if own is None else own, turns=turns)  # fmt: skip
+
+    def others(deliver: Any) -> DrafterEngines:
+        return DrafterEngines(decoder, partial(engine, deliver))
+
+    shown, turns = options.playground, Turns() if options.playground else None
+    service = Service(lambda deliver: engine(deliver, decoder, options.max_num_seqs), decoder.target.tokenizer, options,
+                      others if shown else None, what_if if shown else None)  # fmt: skip
     for line in beginning(service.engine.facts, decoder):
         info(line)
-    if not keys and options.host not in _LOCAL:
+    if not options.keys() and options.host not in _LOCAL:
         info(f"{options.host} is not only this machine, and there is no --api-key: everyone who reaches it is served")
-    run(service, lambda url: info(f"{', '.join(service.names)} at {url}"), sockets)
+
+    def listens(url: str) -> None:
+        if shown:
+            info(f"the playground: {url}/")
+        info(f"{', '.join(service.names)} at {url}")
+        started(url)
+
+    run(service, listens, sockets)
 
 
 def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:

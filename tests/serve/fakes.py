@@ -103,8 +103,8 @@ class FakeEngine:
             self._lock.notify()
 
     def state(self) -> EngineState:
-        return EngineState(len(self._running), 0, len(self._waiting), 0.5, 100, 40, self._rounds, 1, self._draining,
-                           self.failed)  # fmt: skip
+        return EngineState(len(self._running), 0, len(self._waiting), 0.5, 100, 40, self._rounds, 1,
+                           draining=self._draining, failed=self.failed)  # fmt: skip
 
     def drain(self) -> None:
         self._draining = True

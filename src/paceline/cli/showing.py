@@ -25,7 +25,7 @@ def show(out: Generation | Sequence[Generation], *, browser: bool = False) -> No
         elif display is not None:
             display(result)
         else:
-            write_result(Terminal(), result, drafts=True)
+            write_result(Terminal(), result, drafts=False)
             info(headline(result))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 HOW_TO_GET = "Charts need matplotlib: pip install 'paceline[bench]'."
 INK, DIM = "#010203", "#818283"  # in an SVG the first becomes the colour of the page's text
+_NOTEBOOK_DOTS = 80  # per inch, as in the pictures of notebooks
 
 
 def can_draw() -> bool:
@@ -36,7 +37,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     class Chart(Figure):
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
-            self.savefig(file, format="png")
+            self.savefig(file, format="png", dpi=_NOTEBOOK_DOTS)
             return file.getvalue()
 
     figure = Chart(figsize=(width, height), layout="constrained")

@@ -154,9 +154,11 @@ def test_details_name_the_drafter_the_time_and_what_was_rejected() -> None:
     a_round = Round((2, 3, 4), None, (0,), 5, False, "3 nodes pay", 0.002)
     full = Round((6, 7), None, (0, 1), 8, True)
     plain = Round((), None, (), 9, True)
-    first, second, third = map(details, rounds(made([a_round, full, plain])))
-    assert first.startswith("Round 1 of 3 · 1 of 3 drafted tokens accepted · 10.0 ms")
-    assert "2.0 ms of them for models that draft" in first
+    out = made([a_round, full, plain])
+    out.trace.parts += [(0.002, 0.0071), None, (0.0, 0.03)]
+    first, second, third = map(details, rounds(out))
+    time = "10.0 ms (draft 2.0, forward pass 7.1)"
+    assert first.startswith(f"Round 1 of 3 · 1 of 3 drafted tokens accepted · {time} · ")
     assert "toy-drafter: 3 nodes pay" in first
     assert "Rejected: de; the target wrote f." in first
     assert "20.0 ms · toy-drafter" in second

@@ -109,8 +109,7 @@ class _Ribbon:
         parts = [f"Round {span.number} of {self._count}"]
         counts = f"{len(entry.path)} of {len(entry.drafted)} drafted tokens accepted"
         parts.append(counts if entry.drafted else "nothing was drafted")
-        parts += [f"{span.seconds * 1000:.1f} ms"] if span.seconds is not None else []
-        parts += [f"{entry.asked * 1000:.1f} ms of them for models that draft"] if entry.asked else []
+        parts += [_time(span)] if span.seconds is not None else []
         drafter = "" if self._drafter == "none" else self._drafter
         parts += filter(None, [": ".join(filter(None, (drafter, entry.why)))])
         yield escape(" · ".join(parts))
@@ -158,6 +157,15 @@ class _Ribbon:
         shares = " · ".join(f"{math.exp(value):.1%} {self._alone(other)}" for other, value in top)
         tag = _TAGS[token.kind]
         return f'<span class="w"><{tag}>{self._alone(token.token)}</{tag}> · likeliest {shares}</span>'
+
+
+def _time(span: RoundSpan) -> str:
+    """Return the milliseconds of a round, with those of its parts if there was a draft."""
+    whole = f"{(span.seconds or 0.0) * 1000:.1f} ms"
+    if span.parts is None or not span.entry.drafted:
+        return whole
+    draft, forward = span.parts
+    return f"{whole} (draft {draft * 1000:.1f}, forward pass {forward * 1000:.1f})"
 
 
 def _line(text: str, most: int = _GHOST) -> str:

@@ -27,13 +27,15 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class RoundSpan:
-    """One round. number: from 1; start: the place of its first token; seconds: its time, if it was measured."""
+    """One round. number: from 1; start: the place of its first token; seconds: its time; parts: of it, those of the
+    draft and of the forward pass. None: not measured."""
 
     number: int
     entry: Round
     start: int
     tokens: list[TokenSpan]
     seconds: float | None = None
+    parts: tuple[float, float] | None = None
 
 
 def children_of(entry: Round) -> dict[int, list[int]]:
@@ -75,14 +77,16 @@ class SpanReader:
             return None
         if [token for entry in entries for token in entry.emitted] != list(result.tokens):
             return None
-        times = result.trace.seconds if len(result.trace.seconds) == len(entries) else [None] * len(entries)
+        trace, unknown = result.trace, [None] * len(entries)
+        seconds = trace.seconds if len(trace.seconds) == len(entries) else unknown
+        parts = trace.parts if len(trace.parts) == len(entries) else unknown
         spans, place = list[RoundSpan](), 0
-        for number, (entry, seconds) in enumerate(zip(entries, times, strict=True), 1):
+        for number, (entry, whole, each) in enumerate(zip(entries, seconds, parts, strict=True), 1):
             tokens = [
                 TokenSpan(token, "accepted" if at < len(entry.path) else "own", place + at)
                 for at, token in enumerate(entry.emitted)
             ]
-            spans.append(RoundSpan(number, entry, place, tokens, seconds))
+            spans.append(RoundSpan(number, entry, place, tokens, whole, each))
             place += len(tokens)
         self._write_texts([token for span in spans for token in span.tokens])
         return spans

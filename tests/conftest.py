@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any
 
 # Triton reads this when it is imported, and paceline may import it: its kernels are interpreted on the CPU
@@ -16,6 +17,10 @@ from paceline.models import pass_timing as pass_times
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.loading.disk_cache import cache_folder
 from tests.interpreted import patch_once
+
+# A shell starts background jobs with SIGINT ignored, and their processes inherit that: Ctrl-C could not be tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # compiled once, also for tests and their processes with another cache folder
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))

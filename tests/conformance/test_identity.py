@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
+from paceline.core.contracts import DRAFTERS
 from paceline.core.device_ops import TORCH
+from paceline.core.protocols import Adaptive
 from tests.engine.graph_devices import imitated, watched
 
 from .constraints import Winding
@@ -132,7 +134,9 @@ def test_every_runner_writes_that_text(runner: str, variant: Variant, monkeypatc
         check_identity(case, variant, batch, alone, decoder)
     if runner == "CPU kernels":
         assert target(case).reader().kernels is not None
-    assert not graphs or variant.is_never_captured or sum(graph.reused for graph in graphs) > 1
+    # the shapes that an adaptive drafter chooses depend on measured times, and each one has its graph
+    least = 1 if issubclass(DRAFTERS[variant.drafter], Adaptive) else 2
+    assert not graphs or variant.is_never_captured or sum(graph.reused for graph in graphs) >= least
 
 
 def check_identity(

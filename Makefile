@@ -27,7 +27,7 @@ QUICK   := $(addprefix tests/,core rules conformance engine drafters models muta
 ifneq ($(SIDE_BY_SIDE),yes)
 .NOTPARALLEL:
 endif
-.PHONY: help demo install docs weights test check nightly static everything real-all lint format types layers unit coverage quick real mutants conformance models clean FORCE
+.PHONY: help demo install docs weights test check nightly static everything real-all lint format types layers unit coverage quick real mutants conformance pagetools models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -60,9 +60,10 @@ real-all: $(DEV) weights
 static: $(DEV)  ## lint, format, types and layers, side by side
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(WORKERS) --output-sync=target SIDE_BY_SIDE=yes lint format types layers
 
-lint: $(DEV)  ## ruff check, and the word list of docs/glossary.md
+lint: $(DEV)  ## ruff check, the word list of docs/glossary.md, and the types of the playground's page
 	$(VENV)/bin/ruff check .
 	$(PY) tools/check_words.py
+	$(PY) tools/check_page.py
 
 format: $(DEV)  ## ruff format --check
 	$(VENV)/bin/ruff format --check .
@@ -92,6 +93,9 @@ mutants: $(DEV)  ## each small wrong change of tests/mutants must fail its named
 # The private environments of the tools are kept below build/third-party. Name some: make conformance SUITES="vllm litellm".
 conformance: $(DEV)  ## other people's clients and test suites on our server (docs/conformance-suites.md)
 	$(ONE_THREAD) $(PY) -m tests.third_party $(SUITES)
+
+pagetools:  ## fetch what checks the playground's page: typescript and axe-core (npm, 25 MB)
+	npm install --no-save --no-package-lock --ignore-scripts --silent --prefix build/page typescript@5.9.3 axe-core@4.14.1
 
 models: $(DEV)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
 	$(ONE_THREAD) $(PY) -m tests.models.survey

@@ -348,16 +348,16 @@ async function copy(title, text) {
     problem(error.message);
     return;
   }
-  try {
-    await navigator.clipboard.writeText(copied);
-    say(`${title}: copied.`);
-  } catch {
-    // no right to write to the clipboard: the dialog shows the text
-  }
   get("copy-text", HTMLTextAreaElement).value = copied;
   element("copy-title").textContent = title;
   get("copy-dialog", HTMLDialogElement).showModal();
   get("copy-text", HTMLTextAreaElement).select();
+  try {
+    await navigator.clipboard.writeText(copied);
+    element("copy-title").textContent = `${title}: copied`;
+  } catch {
+    // no right to write to the clipboard: the dialog shows the text
+  }
 }
 
 /** @returns {{path: string, body: Record<string, any>}} the request of the form, or of the run in the ribbon */

@@ -469,15 +469,15 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser: Any, playe
 def test_tokens_are_not_announced_one_by_one(tab: Tab) -> None:
     """The text is in no live region; the status speaks at the begin and at the end."""
     tab.page.evaluate(
-        "window.said = []; new MutationObserver(() => said.push(document.querySelector('#status').textContent))"
+        "window.spoken = []; new MutationObserver(() => spoken.push(document.querySelector('#status').textContent))"
         ".observe(document.querySelector('#status'), { childList: true, subtree: true, characterData: true })"
     )
     tab.write(max_tokens=200)
     assert tab.page.evaluate("document.querySelector('#ribbon').closest('[aria-live]')") is None
-    said = tab.page.evaluate("said")
-    assert said[0] == "Writing."
-    assert said[-1].startswith("Done: 200 tokens")
-    assert len(said) == 2
+    spoken = tab.page.evaluate("spoken")
+    assert spoken[0] == "Writing."
+    assert spoken[-1].startswith("Done: 200 tokens")
+    assert len(spoken) == 2
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not fetched (make pagetools)")

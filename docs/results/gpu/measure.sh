@@ -10,7 +10,7 @@ mkdir -p "$into"
 pack() { [ -z "${OUT:-}" ] || tar czf "$OUT/measured.tgz" -C "$into" .; }
 
 check() { # NAME TITLES
-  timeout 270 "$python" tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
+  timeout 330 "$python" tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
 }
 
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here

@@ -116,7 +116,7 @@ class DrafterCalls:
         self.active: Drafter = drafter  # the drafter, or `NoDraft` during a pause
         self.retries = 0
         self.late: list[LateRow] = []  # the oldest first
-        self._seconds = 0.0  # of `propose` and `keep` since `take_seconds`
+        self.seconds = 0.0  # of `propose` and `keep`, as the host sees them; who reads it sets it to 0
         self._mark = object()
         self._pause = Pause()
 
@@ -231,7 +231,7 @@ class DrafterCalls:
         """Return the draft of a round; no nodes if there is none."""
         began = time.perf_counter()
         tree = self._try(self._checked, rows, budget, limits) if budget.depth else None
-        self._seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
         return TokenTree.empty(rows.count, self._rows.device) if tree is None else tree
 
     def _checked(self, rows: RowsView, budget: Budget, limits: RoundLimits) -> TokenTree:
@@ -254,12 +254,7 @@ class DrafterCalls:
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         began = time.perf_counter()
         self._try(self.active.keep, rows, verdict, reading)
-        self._seconds += time.perf_counter() - began
-
-    def take_seconds(self) -> float:
-        """Return the seconds of the drafter since the last call, as the host sees them."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        self.seconds += time.perf_counter() - began
 
     def on_replay(self) -> None:
         """Inform the drafter that a graph has replayed a round that contains its draft."""

@@ -86,7 +86,7 @@ class EagerRounds:
         output = forward_and_verify(self.reader, self.limits.rule, rows, tree, rows.to_read, self.drafter)
         rows.to_read = 1
         pending = keep_and_write(self.drafter, rows, output, budget)
-        drafting = self.drafter.take_seconds()
+        drafting, self.drafter.seconds = self.drafter.seconds, 0.0
         if rows.device.type == "cpu":
             pending.parts = drafting, output.forward_seconds
         return pending

@@ -25,7 +25,7 @@ from paceline.models.cpu.threads import own_threads
 _FEWEST = 8  # tokens of a piece between two rounds, at least: a pass over fewer takes as long
 _READING = 0.75  # rounds that reading may take between two rounds
 _ATTENTION = 2500  # tokens before a token, for which its attention takes about as long as its linear layers
-_HELD = 64  # rounds that a sequence may wait for others that begin with it
+_HELD = 128  # rounds that a sequence may wait for others that begin with it
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 # takes the logits [1,Q,V] of the prompt tokens `start`...
@@ -175,15 +175,17 @@ class Scheduler:
         return True
 
     def _read_next(self, seconds: float) -> bool:
-        """Let the drafter catch up, read a piece of a prompt, or begin the next one; in about this time, if that can be
-        chosen. Return False if there is nothing to do."""
+        """Let the drafter catch up, begin to read a prompt, read a piece of it, or let its sequence join; in about this
+        time, if that can be chosen. Return False if there is nothing to do."""
         if self.loop.drafting.late:
             self._catch_up(seconds)
             return True
         if self.reading is None and not self._begin_next():
             return False
-        if self.reading is not None:
+        if self.reading is not None and self.reading.at < self.reading.end:
             self._read_piece(self.reading, seconds)
+        elif self.reading is not None:
+            self._join(self.reading)
         return True
 
     def _catch_up(self, seconds: float) -> None:
@@ -291,26 +293,22 @@ class Scheduler:
         return _Reading(party, ids, where, known, len(row.prompt) - 1, states)
 
     def _read_piece(self, reading: _Reading, seconds: float) -> None:
-        """Read one piece of the prompt, in about this time if that can be chosen. After the last one, the sequence
-        joins the batch."""
+        """Read one piece of the prompt, in about this time if that can be chosen."""
         reader = self._reader
         assert reader is not None
-        if reading.at < reading.end:
-            start = reading.at
-            stop = min(start + self._piece(reader, start, seconds), reading.end)
-            began = time.perf_counter()
-            reader.prompt_taps = []
-            scores = reading.party.scores
-            result = reader.read_piece(reading.row, reading.ids[:, start:stop], start, scored=scores is not None)
-            if scores is not None:
-                scores(start, result.logits)
-            reading.taps += reader.prompt_taps
-            reading.at = stop
-            seconds = time.perf_counter() - began
-            reading.party.pieces.append((stop - start, began, seconds))
-            self._pace.add(start, stop - start, seconds)
-        if reading.at == reading.end:
-            self._join(reading)
+        start = reading.at
+        stop = min(start + self._piece(reader, start, seconds), reading.end)
+        began = time.perf_counter()
+        reader.prompt_taps = []
+        scores = reading.party.scores
+        result = reader.read_piece(reading.row, reading.ids[:, start:stop], start, scored=scores is not None)
+        if scores is not None:
+            scores(start, result.logits)
+        reading.taps += reader.prompt_taps
+        reading.at = stop
+        seconds = time.perf_counter() - began
+        reading.party.pieces.append((stop - start, began, seconds))
+        self._pace.add(start, stop - start, seconds)
 
     def _piece(self, reader: ReadsPieces, start: int, seconds: float) -> int:
         """Return the length of the piece from `start` on: one piece of the grid, or as many tokens as are read in this

@@ -213,6 +213,29 @@ def test_no_drafter_changes_a_letter(tab: Tab) -> None:
     assert "".join(tab.texts()) == before
 
 
+def test_a_tree_has_its_rejected_branches_above_the_tokens_that_were_written_instead(tab: Tab, played: Played) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 6, "tree": True}
+    tab.mode("completion")
+    tab.page.evaluate("document.querySelector('#speculation').open = true")
+    tab.page.select_option("#method", "ngram")
+    tab.page.fill("#gamma", "6")
+    tab.page.check("#tree")
+    tab.write(max_tokens=120)
+    asked = body(max_tokens=120, speculative_config=config, stream_options={"include_rounds": True})
+    expected = list[int]()
+    for each in rounds_of(played.stream("/v1/completions", asked)):
+        path = [*each["accepted"], None][: len(each["accepted"]) + (each["own"] is not None)]
+        parents = each["parents"] or range(-1, len(each["drafted"]) - 1)
+        for above, node in zip([-1, *each["accepted"]], path, strict=False):
+            expected.append(sum(parent == above and at != node for at, parent in enumerate(parents)))
+    shown = tab.page.eval_on_selector_all(
+        "#ribbon .token",
+        "all => all.map((each) => each.parentElement.querySelectorAll(':scope > .ghosts > .ghost').length)",
+    )
+    assert shown == [min(3, count) for count in expected]
+    assert max(expected) > 1
+
+
 def test_the_badge_compares_texts_and_tokens(tab: Tab) -> None:
     """One letter, one token or an end too early: the badge does not say identical."""
     digest = tab.page.get_attribute("script", "src").split("/")[2]

@@ -235,6 +235,8 @@ async function repeat(speculation, likeliest = input("likeliest").checked) {
   const base = state.runs[0];
   if (!base || writing) return null;
   const { stream, stream_options, speculative_config, ...body } = base.body;
+  // with a salt of its own, a run has neither the KV cache nor the drafts that were learned from the text before
+  body.cache_salt = crypto.randomUUID();
   const run = await write({ path: base.path, body }, speculation, likeliest, () => repeat(speculation, likeliest));
   if (!comparable(run, base)) throw new Error("the runs cannot be compared");
   announce(state);
@@ -365,7 +367,7 @@ function current() {
   const text = area("prompt").value;
   const run = runOf(state, state.shown);
   if (run && text === "") {
-    const { stream, stream_options, ...body } = run.body;
+    const { stream, stream_options, cache_salt, ...body } = run.body;
     return { path: run.path, body };
   }
   const asked = form.request(form.mode() === "chat" && text !== "" ? [...conversation, { role: "user", content: text }] : conversation);

@@ -2,11 +2,12 @@
 import { draw, shown } from "./dom.js";
 /** @typedef {import("./types.js").Round} Round */
 
-const WIDTH = 640;
+/** @param {HTMLElement} box @returns {number} the width of a chart: a unit is a pixel, so that its words have one size */
+const widthOf = (box) => Math.max(280, box.clientWidth - 2);
 
 /** @param {HTMLElement} box @param {number} height @param {string} label @returns {SVGElement} */
 function canvas(box, height, label) {
-  const made = draw("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
+  const made = draw("svg", { viewBox: `0 0 ${widthOf(box)} ${height}`, role: "img", "aria-label": label });
   box.replaceChildren(made);
   return made;
 }
@@ -17,7 +18,7 @@ function canvas(box, height, label) {
  * @param {{name: string, kind: string, steps: {at: number, tokens: number}[]}[]} runs
  */
 export function stairs(box, runs) {
-  const height = 240, left = 40, bottom = height - 26, right = WIDTH - 8, top = 8;
+  const height = 240, left = 40, bottom = height - 26, right = widthOf(box) - 8, top = 8;
   const last = Math.max(1, ...runs.flatMap((run) => run.steps.map((step) => step.at)));
   const most = Math.max(1, ...runs.flatMap((run) => run.steps.map((step) => step.tokens)));
   const x = (/** @type {number} */ at) => left + ((right - left) * at) / last;
@@ -52,7 +53,7 @@ const BARS = 160; // rounds that fit
  * @param {HTMLElement} box @param {Round[]} rounds
  */
 export function bars(box, rounds) {
-  const height = 150, left = 40, bottom = height - 20, top = 8, right = WIDTH - 8;
+  const height = 150, left = 40, bottom = height - 20, top = 8, right = widthOf(box) - 8;
   const drawn = rounds.slice(-BARS), known = drawn.some((round) => round.parts);
   const most = Math.max(1e-9, percentile(drawn.map((round) => round.seconds), 0.98)), wide = (right - left) / Math.max(20, drawn.length);
   const chart = canvas(box, height, `Seconds of ${drawn.length} rounds`);
@@ -88,7 +89,7 @@ function percentile(values, share) {
  * @param {HTMLElement} box @param {{drafted: number[], accepted: number[], own: number | null}[]} rounds @param {string} label
  */
 export function strip(box, rounds, label) {
-  const height = 70, wide = WIDTH / Math.max(40, rounds.length), cell = Math.min(8, (height - 6) / 17);
+  const height = 70, wide = widthOf(box) / Math.max(40, rounds.length), cell = Math.min(8, (height - 6) / 17);
   const chart = canvas(box, height, label);
   rounds.forEach((round, at) => {
     const accepted = round.accepted.length, rejected = Math.min(16, round.drafted.length) - accepted;
@@ -101,22 +102,22 @@ export function strip(box, rounds, label) {
 }
 
 /**
- * Draw lanes over time: pieces of prompts and rounds.
+ * Draw lanes over time: rounds by slot, and above them the pieces of prompts, which have the lane -1.
  * @param {HTMLElement} box
  * @param {{lane: number, from: number, to: number, kind: string, share: number, colour: number, title: string}[]} marks
  * @param {number} now @param {number} span @param {number} lanes
  */
 export function lanes(box, marks, now, span, lanes) {
-  const tall = 26, height = lanes * tall + 22, left = 26;
-  const x = (/** @type {number} */ at) => left + (WIDTH - left) * Math.max(0, 1 - (now - at) / span);
+  const tall = 26, height = (lanes + 1) * tall + 22, left = 62, width = widthOf(box);
+  const x = (/** @type {number} */ at) => left + (width - left) * Math.max(0, 1 - (now - at) / span);
   const chart = canvas(box, height, `${lanes} slots, the last ${span} seconds`);
-  for (let lane = 0; lane < lanes; lane++) {
-    chart.append(draw("text", { x: 2, y: lane * tall + 18 }, String(lane + 1)));
-    chart.append(draw("path", { d: `M ${left} ${lane * tall + tall} H ${WIDTH}`, class: "axis" }));
+  for (let lane = 0; lane <= lanes; lane++) {
+    chart.append(draw("text", { x: 2, y: lane * tall + 18 }, lane ? `slot ${lane}` : "prompts"));
+    chart.append(draw("path", { d: `M ${left} ${lane * tall + tall} H ${width}`, class: "axis" }));
   }
   for (const mark of marks) {
     if (mark.to < now - span) continue;
-    const from = x(mark.from), wide = Math.max(1.5, x(mark.to) - from - 0.5), y = mark.lane * tall + 4;
+    const from = x(mark.from), wide = Math.max(1.5, x(mark.to) - from - 0.5), y = (mark.lane + 1) * tall + 4;
     const rect = draw("rect", { x: from, y, width: wide, height: tall - 7, class: mark.kind === "piece" ? "piece" : "lost" });
     rect.append(draw("title", {}, mark.title));
     chart.append(rect);
@@ -125,5 +126,5 @@ export function lanes(box, marks, now, span, lanes) {
       chart.append(draw("rect", { x: from, y: y + tall - 7 - full, width: wide, height: full, class: `drafter-${mark.colour}` }));
     }
   }
-  chart.append(draw("text", { x: left, y: height - 6 }, `${span} s ago`), draw("text", { x: WIDTH - 4, y: height - 6, "text-anchor": "end" }, "now"));
+  chart.append(draw("text", { x: left, y: height - 6 }, `${span} s ago`), draw("text", { x: width - 4, y: height - 6, "text-anchor": "end" }, "now"));
 }

@@ -31,7 +31,8 @@ export function showDetails(box, run, at) {
 function told(kind, round) {
   if (kind === "drafted") return "Drafted, and the target agreed.";
   if (!round.drafted.length) return "The target wrote it. Nothing was drafted.";
-  return round.bonus ? "The target's own, after a draft that was all accepted." : "The target's own: the draft said something else here.";
+  if (round.bonus) return `The target's own, after ${round.parents ? "a branch" : "a draft"} that was all accepted.`;
+  return "The target's own: the draft said something else here.";
 }
 
 /** @param {Run} run @param {number} index @returns {[string, string][]} */

@@ -2,13 +2,13 @@
 import { ApiError, call } from "./api.js";
 import { bars, stairs, strip } from "./charts.js";
 import { element, get, input, make, select, shown } from "./dom.js";
-import { emittedBy, figures, median, sameBytes } from "./reducer.js";
+import { emittedBy, figures, mean, sameBytes } from "./reducer.js";
 /** @typedef {import("./types.js").Run} Run */
 /** @typedef {import("./types.js").State} State */
 
 /** @param {Run} run @param {Run} base @returns {boolean} whether two runs had the same prompt, seed and settings */
 export function comparable(run, base) {
-  const plain = (/** @type {Run} */ { body: { speculative_config, stream_options, ...body } }) => JSON.stringify(Object.entries(body).sort());
+  const plain = (/** @type {Run} */ { body: { speculative_config, stream_options, cache_salt, ...body } }) => JSON.stringify(Object.entries(body).sort());
   return run.path === base.path && plain(run) === plain(base);
 }
 
@@ -36,8 +36,8 @@ export function table(state, show) {
     choose.addEventListener("click", () => show(run.id));
     name.append(choose);
     const { drafted, accepted, rounds, tau, written } = figures(run), seconds = run.milliseconds / 1000;
-    row.append(name, make("td", "", shown(tau)), make("td", "", drafted ? `${accepted} of ${drafted}` : "–"), make("td", "", String(rounds)));
-    row.append(make("td", "", shown(seconds)), make("td", "", seconds ? shown(written / seconds, 1) : "–"));
+    const cells = [shown(tau), drafted ? `${accepted} of ${drafted}` : "–", String(rounds), shown(seconds), shown(written / seconds, 1)];
+    row.append(name, ...cells.map((text) => make("td", "", run.status === "running" ? "…" : text)));
     const verdict = compare(run, base), cell = make("td"), badge = make("span", `badge ${verdict.kind}`, verdict.text);
     cell.append(badge);
     row.append(cell);
@@ -78,12 +78,10 @@ function steps(run) {
 
 /** @param {Run} plain @param {Run} fast @returns {string} the bound τ/(v+γc) from the measured rounds */
 export function bound(plain, fast) {
-  const passes = plain.rounds.flatMap((round) => (round.parts ? [round.parts.forward] : []));
-  const drafted = fast.rounds.filter((round) => round.drafted.length && round.parts);
-  const one = median(passes);
+  const known = (/** @type {Run} */ run) => run.rounds.flatMap((round) => (round.parts ? [round.parts] : []));
+  const one = mean(known(plain).map((parts) => parts.forward)), drafted = known(fast);
   if (!one || !drafted.length) return "The bound τ/(v+γc) is not known: the parts of these rounds were not timed.";
-  const v = median(drafted.map((round) => /** @type {any} */ (round.parts).forward)) / one;
-  const c = median(drafted.map((round) => /** @type {any} */ (round.parts).draft)) / one;
+  const v = mean(drafted.map((parts) => parts.forward)) / one, c = mean(drafted.map((parts) => parts.draft)) / one;
   const { tau } = figures(fast);
   return `The bound is τ/(v+γc) = ${shown(tau)} / (${shown(v)} + ${shown(c)}) = ${shown(tau / (v + c))}.`;
 }

@@ -66,7 +66,7 @@ export class Operator {
     }
     this.offset = event.at - performance.now() / 1000;
     for (const [tokens, began, seconds] of event.pieces) {
-      this.marks.push({ lane: event.lane, from: began, to: began + seconds, kind: "piece", share: 1, colour: 0, title: `${tokens} tokens of a prompt in ${shown(1000 * seconds)} ms` });
+      this.marks.push({ lane: -1, from: began, to: began + seconds, kind: "piece", share: 1, colour: 0, title: `${tokens} tokens of a prompt in ${shown(1000 * seconds)} ms` });
     }
     let at = event.at;
     const known = this.drafters.get(event.drafter) ?? { rounds: 0, drafted: 0, accepted: 0 };

@@ -104,12 +104,12 @@ export function parentsOf(round) {
 }
 
 /**
- * Return the drafted nodes that continue the accepted path and were rejected there: the places where drafts failed.
- * @param {Round} round @returns {number[]}
+ * Return the drafted nodes that were rejected at a place of the round: those that the token there was written instead of.
+ * @param {Round} round @param {number} place @returns {number[]}
  */
-export function failed(round) {
-  const last = round.accepted.length ? round.accepted[round.accepted.length - 1] : -1;
-  return parentsOf(round).flatMap((parent, node) => (parent === last && !round.accepted.includes(node) ? [node] : []));
+export function rejectedAt(round, place) {
+  const above = place ? round.accepted[place - 1] : -1;
+  return parentsOf(round).flatMap((parent, node) => (parent === above && node !== round.accepted[place] ? [node] : []));
 }
 
 /** @param {Round} round @param {number} node @returns {number} how many drafted tokens follow a node */
@@ -140,8 +140,6 @@ export function sameBytes(one, other) {
 }
 
 /** @param {number[]} values @returns {number} */
-export function median(values) {
-  const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
-  if (!sorted.length) return 0;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+export function mean(values) {
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : 0;
 }

@@ -1,6 +1,6 @@
 // The ribbon: the text as tokens, with its rounds and its rejected drafts. Blocks out of view are not drawn by the browser.
 import { make, visible } from "./dom.js";
-import { failed, followers } from "./reducer.js";
+import { followers, rejectedAt } from "./reducer.js";
 /** @typedef {import("./types.js").Run} Run */
 /** @typedef {import("./types.js").Round} Round */
 
@@ -65,14 +65,14 @@ export class Ribbon {
     const box = make("span", "round"), index = this.rounds;
     box.setAttribute("role", "group");
     box.setAttribute("aria-label", `Round ${index + 1}`);
-    const ghosts = failed(round);
     while (this.tokens.length < run.tokens.length && run.tokens[this.tokens.length].round === index) {
       const number = this.tokens.length, token = run.tokens[number];
       const drawn = make("span", `token ${token.kind}${round.bonus && token.kind === "own" ? " bonus" : ""}`, token.text);
       drawn.setAttribute("role", "option");
       drawn.setAttribute("aria-selected", "false");
       drawn.dataset.at = String(number);
-      if (token.kind === "own" && ghosts.length) box.append(column(run, round, ghosts, drawn));
+      const ghosts = rejectedAt(round, token.place);
+      if (ghosts.length) box.append(column(run, round, ghosts, drawn));
       else box.append(drawn);
       const lines = token.text.split("\n").length - 1;
       if (lines) {
@@ -82,7 +82,8 @@ export class Ribbon {
       if (token.text === "") drawn.classList.add("silent");
       this.tokens.push(drawn);
     }
-    if (round.own === null && ghosts.length) box.append(column(run, round, ghosts, null));
+    const after = round.own === null ? rejectedAt(round, round.accepted.length) : [];
+    if (after.length) box.append(column(run, round, after, null));
     this.block?.append(box);
     this.inBlock += 1;
   }
@@ -162,7 +163,7 @@ function step(run, now, key) {
  * @returns {HTMLElement}
  */
 function column(run, round, ghosts, token) {
-  const box = make("span", "column"), above = make("span", "ghosts");
+  const box = make("span", token ? "column" : "column tail"), above = make("span", "ghosts");
   above.setAttribute("aria-hidden", "true");
   if (token) above.dataset.at = token.dataset.at;
   if (ghosts.length > 1) above.classList.add("tree");

@@ -191,7 +191,11 @@ def _peers(found: dict[str, Any]) -> str:
         for server, measured in found["servers"].items()
     ]
     head = ["server", "tokens/s at 1", "4", "8", "s to the first token at 1", "4", "8"]
-    commands = "\n".join(f"{name}: {' '.join(command)}" for name, command in found["commands"].items())
+    # without folders of the machine that measured
+    commands = "\n".join(
+        f"{name}: {' '.join(Path(word).name if word.startswith('/') else word for word in command)}"
+        for name, command in found["commands"].items()
+    )
     return "\n\n".join([
         "## Other servers",
         f"8 chats, {found['tokens_per_request']} tokens each, greedy and streamed, in turns on one machine; 2 "

@@ -47,6 +47,11 @@ class ReadCursor(PerRow[int]):
         if done:
             self.late.discard(row)
 
+    def most_missing(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens the row lacks that lacks the most, at least 1. Late rows do not count."""
+        missing = zip(lengths, self, strict=True)
+        return max([1, *[length - read for row, (length, read) in enumerate(missing) if row not in self.late]])
+
     def release(self, row: int, last: int) -> None:
         super().release(row, last)
         if self.late:

@@ -386,13 +386,11 @@ class Eagle(HeadDrafter, CatchesUp, Rewindable):
             self._graph_width = budget.depth + 1
             return self._grower.run(rows, budget, self._expand(rows, self._graph_width))
         self._read.settle(rows.lengths)
-        late = self._read.late
-        behind = [length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)]
-        width = max([1, *(behind if not late else [each for row, each in enumerate(behind) if row not in late])])
+        width = self._read.most_missing([length - 1 for length in rows.lengths])
         chain = partial(self._steps.chain, rows, width)
         tree = self._grower.run(rows, budget, self._expand(rows, width), chain)
         read = [length - 1 for length in rows.lengths]
-        for row in late:  # what they read above is wrong, and is overwritten
+        for row in self._read.late:  # what they read above is wrong, and is overwritten
             read[row] = self._read[row]
         self._read[:] = read
         return tree

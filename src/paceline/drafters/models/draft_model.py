@@ -214,9 +214,7 @@ class DraftModel(ModelDrafter, CatchesUp, DraftsOnDevice, Graphable, Reorderable
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)
-        late = self._read.late
-        behind = [length - read for length, read in zip(rows.lengths, self._read, strict=True)]
-        width = max([1, *(behind if not late else [each for row, each in enumerate(behind) if row not in late])])
+        late, width = self._read.late, self._read.most_missing(rows.lengths)
         if width > min(rows.lengths):  # a new row is shorter than the number of tokens that another row must read
             self._reader.prefill(rows, 0, [0 if row in late else each - 1 for row, each in enumerate(rows.lengths)])
             width = 1
